@@ -1,0 +1,1 @@
+"""The processes of Omnistage: the router and the stages."""
