@@ -25,16 +25,23 @@ GOOGLE_PROTOBUF = Path(str(files("grpc_tools"))) / "_proto"
 INIT = '"""Generated protobuf and gRPC stubs; `make proto` writes them from protos/."""\n'
 
 
-def sources() -> list[Path]:
+def sources(protos: Path = PROTOS) -> list[Path]:
     """All .proto files of the project, sorted."""
-    return sorted(PROTOS.rglob("*.proto"))
+    return sorted(protos.rglob("*.proto"))
 
 
-def run_protoc(*arguments: str) -> None:
-    """Run protoc over the project's files; raises SystemExit when it fails."""
-    includes = [f"-I{PROTOS}", f"-I{GOOGLE_RPC}", f"-I{GOOGLE_PROTOBUF}"]
-    if protoc.main(["protoc", *includes, *arguments, *map(str, sources())]) != 0:
+def run_protoc(*arguments: str, protos: Path = PROTOS) -> None:
+    """Run protoc over the files below `protos`; raises SystemExit when it fails."""
+    includes = [f"-I{protos}", f"-I{GOOGLE_RPC}", f"-I{GOOGLE_PROTOBUF}"]
+    if protoc.main(["protoc", *includes, *arguments, *map(str, sources(protos))]) != 0:
         raise SystemExit("protoc failed; its messages stand above")
+
+
+def write_descriptors(out: Path, *, protos: Path = PROTOS, source_info: bool = True) -> None:
+    """Write the image (FileDescriptorSet) of the files below `protos` and of all they import to `out`, for buf."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    extra = ["--include_source_info"] if source_info else []
+    run_protoc("--include_imports", *extra, f"--descriptor_set_out={out}", protos=protos)
 
 
 def generate(out: Path) -> list[Path]:
@@ -74,8 +81,7 @@ def main() -> None:
     parser.add_argument("--descriptors", action="store_true", help=f"write {DESCRIPTORS.relative_to(ROOT)} for buf")
     options = parser.parse_args()
     if options.descriptors:
-        DESCRIPTORS.parent.mkdir(exist_ok=True)
-        run_protoc("--include_imports", "--include_source_info", f"--descriptor_set_out={DESCRIPTORS}")
+        write_descriptors(DESCRIPTORS)
     elif options.check:
         with tempfile.TemporaryDirectory() as folder:
             if names := stale(Path(folder)):
