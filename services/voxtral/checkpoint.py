@@ -26,12 +26,17 @@ _FINGERPRINT_SAMPLE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened checkpoint directory whose tensors were found to fit its params.json."""
+    """An opened checkpoint directory whose tensors were found to fit its params.json.
+
+    `skipped` names the tensors of the file that no stage reads, other than encoder weights and stored inv_freq; a stage warns of
+    those under its own prefix.
+    """
 
     directory: Path
     params: VoxtralParams
     fingerprint: str
     encoder_loaded: bool
+    skipped: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -61,12 +66,18 @@ def open_checkpoint(directory: Path | None) -> Checkpoint:
     weights = directory / WEIGHTS
     with _open(weights) as file:
         present = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no mapping
-    _check(weights, present, expected_tensors(params))
+    expected = expected_tensors(params)
+    _check(weights, present, expected)
     return Checkpoint(
         directory=directory,
         params=params,
         fingerprint=_fingerprint(directory),
         encoder_loaded=any(name.startswith(ENCODER_PREFIXES) for name in present),
+        skipped=tuple(
+            name
+            for name in sorted(present.keys() - expected.keys())
+            if not name.startswith(ENCODER_PREFIXES) and not name.endswith("inv_freq")
+        ),
     )
 
 

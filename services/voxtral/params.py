@@ -98,6 +98,7 @@ class VoxtralParams:
     audio_token_id: int
     begin_audio_token_id: int
     decoding_steps: int
+    decoding_steps_stated: bool  # False: the key was absent and the default applies
     voices: tuple[str, ...]
 
     @property
@@ -186,6 +187,7 @@ def parse_params(tree: Mapping[str, Any]) -> VoxtralParams:
         audio_token_id=audio.get("audio_token_id", 24),
         begin_audio_token_id=audio.get("begin_audio_token_id", 25),
         decoding_steps=_decoding_steps(head),
+        decoding_steps_stated=head.get("n_decoding_steps") is not None,
         voices=tuple(tokenizer.get("voice", {})),
     )
 
