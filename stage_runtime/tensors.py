@@ -103,6 +103,14 @@ class Rows:
             for start, end, count in zip(starts, ends, self.row_counts, strict=True)
         ]
 
+    def take(self, places: Sequence[int], request_count: int) -> Rows:
+        """The rows of some requests, by place, out of `request_count`."""
+        if list(places) == list(range(request_count)):
+            return self
+        parts = self.split()
+        counts = None if self.row_counts is None else tuple(self.row_counts[place] for place in places)
+        return Rows(self.dtype, self.row_shape, b"".join(parts[place].data for place in places), counts)
+
     def numpy(self) -> npt.NDArray[np.generic]:
         """The elements as an array [rows, *row_shape] that shares the buffer (bf16 as uint16)."""
         return np.frombuffer(self.data, self.dtype.numpy_type).reshape(-1, *self.row_shape)
