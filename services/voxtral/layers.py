@@ -7,11 +7,11 @@ import torch.nn.functional as F  # noqa: N812  # the name everybody knows
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in x's dtype, statistics in float32 (specification, section 4)."""
+    """Give x / sqrt(mean(x^2) + eps) * weight over the last axis, in the dtype of x, statistics in float32 (section 4)."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of the fused projections [..., gate | up]: (..., 2 * hidden_dim) to (..., hidden_dim)."""
+    """Give silu(gate) * up of the fused projections [..., gate | up]: (..., 2 * hidden_dim) to (..., hidden_dim)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
