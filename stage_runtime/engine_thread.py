@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import structlog
-
 from stage_runtime.engine import Engine, StageDescription
 from stage_runtime.errors import OmnistageError, StageAsleep, StageBusy
+from stage_runtime.logs import get_logger
 from stage_runtime.scheduler import Event, Load, Scheduler
 
-_log = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 R = TypeVar("R")
 
 Command = Callable[[Scheduler[Any]], None]

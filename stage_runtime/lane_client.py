@@ -9,23 +9,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 import grpc.aio
-import structlog
 from google.protobuf.message import Message
 
 from omnistage.stage.v1 import stage_pb2, stage_pb2_grpc
 from stage_runtime import lane
 from stage_runtime.config import LaneSettings
 from stage_runtime.errors import OmnistageError, StageProtocolError, StageReplicaLost, from_status
+from stage_runtime.logs import get_logger
 from stage_runtime.tensors import Rows, TensorSpec, check_tensors, concatenate, tensors_from_proto
 
-_log = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 _PARAMS: dict[type, str] = {
     stage_pb2.SpeechThinkerParams: "speech_thinker",
@@ -87,6 +87,7 @@ class StageCall:
         self._error: OmnistageError | None = None
         self._finished = False
         self._sent = 0
+        self._due = 0
         self._owed = 0
 
     async def __aenter__(self) -> Self:
@@ -115,8 +116,8 @@ class StageCall:
         return self.accepted
 
     def start_at(self, index: int) -> None:
-        """The first input has this index (a resumed request); call before the first `send`."""
-        self._sent = index
+        """The first input and the first output have this index (a resumed request); call at once after `Lane.call`."""
+        self._sent = self._due = index
 
     def send(self, tensors: Mapping[str, Rows], *, context_count: int = 0) -> None:
         """Send the next input step. Raises the request's error if it has failed."""
@@ -158,7 +159,10 @@ class StageCall:
     # Called by the lane.
 
     def deliver(self, row: OutputRow) -> None:
-        """Take an output."""
+        """Take an output. Raises StageProtocolError if it is not the next one."""
+        if row.index != self._due:
+            raise StageProtocolError(f"output step {row.index} came where {self._due} was due")
+        self._due += 1
         self._outputs.append(row)
         self._wake()
 
@@ -185,14 +189,22 @@ class StageCall:
 class Lane:
     """One lane to one stage replica. `run` lives as long as the lane; other methods are for the loop's thread."""
 
-    def __init__(
-        self, channel: grpc.aio.Channel, *, stage: str, address: str, router: str, settings: LaneSettings
+    def __init__(  # noqa: PLR0913  # three of them are names for logs and errors
+        self,
+        channel: grpc.aio.Channel,
+        settings: LaneSettings,
+        *,
+        stage: str,
+        address: str,
+        router: str,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_change` is called when the stage begins to drain."""
         self.description = stage_pb2.DescribeStageResponse()
         self.heartbeat = stage_pb2.Heartbeat()
         self.messages_sent = 0
         self.messages_received = 0
-        self.changed = asyncio.Event()
+        self._on_change = on_change
         self._stage = stage
         self._address = address
         self._router = router
@@ -208,6 +220,7 @@ class Lane:
         self._aborts: list[int] = []
         self._credits: dict[int, list[int]] = {}
         self._some = asyncio.Event()
+        self._condemned: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._last_sign = time.monotonic()
         self._last_progress = time.monotonic()
 
@@ -245,6 +258,7 @@ class Lane:
             asyncio.create_task(coroutine, name=f"lane-{name}-{self._address}")
             for name, coroutine in (("read", self._read()), ("write", self._write()), ("watch", self._watch()))
         ]
+        tasks.append(asyncio.create_task(self._await_condemnation(), name=f"lane-verdict-{self._address}"))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             reason = _why(next(iter(done)).exception())
@@ -275,6 +289,19 @@ class Lane:
         self._submits.append(submit)
         self._some.set()
         return call
+
+    def condemn(self, reason: str) -> None:
+        """The stage misbehaved in a way that only its caller could see: the lane ends as if it had broken."""
+        if not self._condemned.done():
+            self._condemned.set_result(reason)
+
+    async def _await_condemnation(self) -> None:
+        raise LaneLost(await self._condemned)
+
+    @property
+    def draining(self) -> bool:
+        """Whether the stage said that it takes no new requests."""
+        return self.heartbeat.draining
 
     @property
     def in_flight(self) -> int:
@@ -384,7 +411,7 @@ class Lane:
         changed = heartbeat.draining != self.heartbeat.draining
         self.heartbeat = heartbeat
         if changed:
-            self.changed.set()
+            self._on_change()
 
     async def _watch(self) -> None:
         """End when the peer has given no sign of life, or its engine stands still, for too long."""

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc.aio
-import structlog
 
 from omnistage.stage.v1 import stage_pb2, stage_pb2_grpc
 from stage_runtime import lane
@@ -23,6 +22,7 @@ from stage_runtime.errors import (
     StageLoading,
     StageProtocolError,
 )
+from stage_runtime.logs import get_logger
 from stage_runtime.scheduler import (
     Accepted,
     Event,
@@ -38,7 +38,7 @@ from stage_runtime.scheduler import (
 from stage_runtime.tensors import Rows, check_tensors, tensors_from_proto
 from stage_runtime.version import VERSION
 
-_log = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 DEFAULT_HEARTBEAT_S = 2.0
 MIN_HEARTBEAT_S, MAX_HEARTBEAT_S = 0.1, 60.0
@@ -113,6 +113,8 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     ) -> None:
         """See stage.proto. Reads and writes through the context: that is faster than an async generator."""
         engine, description = self._ready()
+        if self.draining.is_set():
+            raise Draining(f"stage {self._stage!r}")
         interval_s = await self._open(context)
         number = self._next_lane
         self._next_lane += 1

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic
 
-import structlog
-
 from stage_runtime.engine import CannotAdmitNow, Engine, Next, S, StageRequest, StepResult, Work
 from stage_runtime.errors import (
     DeadlineExceeded,
@@ -25,10 +23,11 @@ from stage_runtime.errors import (
     StageOutOfMemory,
     StageProtocolError,
 )
+from stage_runtime.logs import get_logger
 from stage_runtime.memory import is_out_of_memory
 from stage_runtime.tensors import Rows, nonfinite_requests
 
-_log = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 # Input that a request may have waiting; a router that sends more does not keep to the credit of the lane.
 MAX_WAITING_INPUTS = 64
@@ -176,8 +175,7 @@ class Scheduler(Generic[S]):
         if not self._waiting and self._admit(submission):
             return
         if len(self._waiting) >= self._max_queued:
-            error = QueueFull("the stage", self._max_queued, retry_after_s=QUEUE_RETRY_S)
-            self._emit(Failed(submission.key, error))
+            self._refuse(submission, QueueFull("the stage", self._max_queued, retry_after_s=QUEUE_RETRY_S))
             return
         self._waiting[submission.key] = submission
 
@@ -224,9 +222,9 @@ class Scheduler(Generic[S]):
 
     def fail_all(self, error: Callable[[], OmnistageError]) -> None:
         """Fail every request, waiting or active."""
-        for key in list(self._waiting):
-            del self._waiting[key]
-            self._emit(Failed(key, error()))
+        for waiting in list(self._waiting.values()):
+            del self._waiting[waiting.key]
+            self._refuse(waiting, error())
         for active in list(self._active.values()):
             self._fail(active, error())
 
@@ -291,10 +289,10 @@ class Scheduler(Generic[S]):
         except CannotAdmitNow:
             return False
         except OmnistageError as error:
-            self._refuse(key, error)
+            self._refuse(submission, error)
             return True
         except Exception as error:  # noqa: BLE001  # the seam between engine and runtime: a bug fails this request alone
-            self._refuse(key, self._as_error(error, submission.request.request_id))
+            self._refuse(submission, self._as_error(error, submission.request.request_id))
             return True
         self._turn += 1
         active = _Active(
@@ -318,15 +316,16 @@ class Scheduler(Generic[S]):
             self.end(key)
         return True
 
-    def _refuse(self, key: Key, error: OmnistageError) -> None:
-        self._early.pop(key, None)
-        self._emit(Failed(key, error))
+    def _refuse(self, submission: Submission, error: OmnistageError) -> None:
+        self._early.pop(submission.key, None)
+        self._emit(Failed(submission.key, error.with_request(submission.request.request_id)))
 
     def _expire(self) -> None:
         now = self._clock()
-        for key in [key for key, waiting in self._waiting.items() if waiting.deadline and waiting.deadline <= now]:
-            del self._waiting[key]
-            self._refuse(key, DeadlineExceeded("the request waited for its turn in the stage"))
+        for waiting in list(self._waiting.values()):
+            if waiting.deadline and waiting.deadline <= now:
+                del self._waiting[waiting.key]
+                self._refuse(waiting, DeadlineExceeded("the request waited for its turn in the stage"))
         for active in [active for active in self._active.values() if active.deadline and active.deadline <= now]:
             self._fail(active, DeadlineExceeded("the stage worked on the request"))
 
