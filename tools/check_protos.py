@@ -33,8 +33,8 @@ def buf(*arguments: str | Path) -> bool:
 
 
 def lint() -> bool:
-    """Names and comments of the project's files; imported ones are not ours."""
-    return buf("lint", DESCRIPTORS, "--exclude-path", "google")
+    """Names and comments of the project's files."""
+    return buf("lint", DESCRIPTORS)
 
 
 def layout() -> bool:
@@ -44,7 +44,7 @@ def layout() -> bool:
 
 def compatible_with(image: Path) -> bool:
     """Whether code built for `image` goes on working with the protos of the working tree."""
-    return buf("breaking", DESCRIPTORS, "--against", image, "--exclude-path", "google")
+    return buf("breaking", DESCRIPTORS, "--against", image, "--exclude-imports")
 
 
 def git(*arguments: str) -> bytes | None:

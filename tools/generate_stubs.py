@@ -10,6 +10,7 @@ import tempfile
 from importlib.resources import files
 from pathlib import Path
 
+from google.protobuf import descriptor_pb2
 from google.rpc import status_pb2
 from grpc_tools import protoc
 
@@ -17,6 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PROTOS = ROOT / "protos"
 OUT = ROOT / "clients" / "python"
 DESCRIPTORS = ROOT / "build" / "protos.binpb"
+
+# Field 8042 of a file in an image, {is_import: true}: see ImageFile in buf/alpha/image/v1/image.proto of buf's sources.
+BUF_IS_IMPORT = bytes([0xD2, 0xF6, 0x03, 0x02, 0x08, 0x01])
 
 # google/rpc/*.proto and google/protobuf/*.proto come with these packages.
 GOOGLE_RPC = Path(status_pb2.__file__).parents[2]
@@ -38,10 +42,20 @@ def run_protoc(*arguments: str, protos: Path = PROTOS) -> None:
 
 
 def write_descriptors(out: Path, *, protos: Path = PROTOS, source_info: bool = True) -> None:
-    """Write the image (FileDescriptorSet) of the files below `protos` and of all they import to `out`, for buf."""
+    """Write the image of the files below `protos` and of all they import to `out`, for buf.
+
+    It is protoc's FileDescriptorSet with one addition: imported files are marked as buf marks them, so that they are neither
+    linted nor held compatible.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
     extra = ["--include_source_info"] if source_info else []
     run_protoc("--include_imports", *extra, f"--descriptor_set_out={out}", protos=protos)
+    image = descriptor_pb2.FileDescriptorSet.FromString(out.read_bytes())
+    own = {source.relative_to(protos).as_posix() for source in sources(protos)}
+    for file in image.file:
+        if file.name not in own:
+            file.MergeFromString(BUF_IS_IMPORT)
+    out.write_bytes(image.SerializeToString(deterministic=True))
 
 
 def generate(out: Path) -> list[Path]:
