@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import structlog
 import torch
 
 from services.acoustic.batching import RowFunction, RowSpec, Tensors, at_most, in_blocks, invariant_sizes
 from services.acoustic.graphs import BucketedGraphs, CudaCapture
 from services.acoustic.model import AcousticHead, FrameInputs, Frames
 from services.acoustic.settings import AcousticSettings
+from stage_runtime.logs import get_logger
 
-_log = structlog.get_logger()
+_log = get_logger(__name__)
 
 # Measured with one thread on models of width 48 and 256: 4 is the smallest count at which all places of a row agree, costs a fifth
 # more than one row, and 8, 16 and 32 give the same bits. On CUDA a step is bound by reading the weights: padding is nearly free.

@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import structlog
 import torch
 from pydantic import ValidationError
 
@@ -23,11 +22,12 @@ from services.voxtral.checkpoint import Checkpoint, open_checkpoint
 from stage_runtime.config import ConfigError, StageSettings, describe
 from stage_runtime.engine import Admission, Engine, Next, StageDescription, StageRequest, StepResult, Work
 from stage_runtime.errors import CheckpointDamaged, FieldViolation, InvalidRequest, NonFiniteOutput, OmnistageError
+from stage_runtime.logs import get_logger
 from stage_runtime.noise import normals
 from stage_runtime.tensors import DType, Rows, TensorSpec, concatenate, nonfinite_requests, rows_from_numpy
 from stage_runtime.torch_tensors import to_torch, wire_type
 
-_log = structlog.get_logger()
+_log = get_logger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import structlog
 import torch
 
 from services.acoustic.batching import Block, RowFunction, RowSpec, Tensors, join, split_rows
+from stage_runtime.logs import get_logger
 
-_log = structlog.get_logger()
+_log = get_logger(__name__)
 
 
 class CaptureBackend(Protocol):

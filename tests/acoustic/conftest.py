@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,3 +109,16 @@ def make_inputs() -> Callable[..., tuple[torch.Tensor, ...]]:
         )
 
     return make
+
+
+@pytest.fixture
+def events(caplog: pytest.LogCaptureFixture) -> Callable[[], list[dict[str, object]]]:
+    """A function that gives the events of our loggers since the last call, in order."""
+    caplog.set_level(logging.INFO)
+
+    def take() -> list[dict[str, object]]:
+        taken = [record.msg for record in caplog.records if isinstance(record.msg, dict)]
+        caplog.clear()
+        return taken
+
+    return take

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from google.protobuf.struct_pb2 import Struct
-from structlog.testing import capture_logs
+from safetensors.torch import load_file, save_file
 
 from omnistage.stage.v1 import stage_pb2
 from services.acoustic.engine import AcousticEngine, AcousticRequest, create_engine
@@ -24,6 +24,7 @@ from stage_runtime.tensors import DType, TensorSpec, check_tensors, rows_from_nu
 from stage_runtime.torch_tensors import from_torch
 
 Golden = Callable[[str], dict[str, torch.Tensor]]
+Events = Callable[[], list[dict[str, object]]]
 
 
 @pytest.fixture
@@ -59,6 +60,15 @@ def work(state: AcousticRequest, index: int, hidden: torch.Tensor) -> Work[Acous
 def codes_of(result: StepResult) -> np.ndarray:
     """Codes of a result, a row each."""
     return result.tensors["codes"].numpy()
+
+
+def state_step_count(model: Path, count: int) -> None:
+    """Write n_decoding_steps into a model's params.json."""
+    file = model / "params.json"
+    params = json.loads(file.read_text())
+    params["multimodal"]["audio_model_args"]["acoustic_transformer_args"]["n_decoding_steps"] = count
+    file.chmod(0o644)
+    file.write_text(json.dumps(params))
 
 
 def hidden_rows(count: int) -> torch.Tensor:
@@ -231,40 +241,50 @@ def test_waking_on_other_weights_is_refused(
     copy = shutil.copytree(model, tmp_path / "model")
     engine = make_engine(model=copy)
     engine.sleep(2)
-    params = json.loads((copy / "params.json").read_text())
-    params["multimodal"]["audio_model_args"]["acoustic_transformer_args"]["n_decoding_steps"] = 3
-    (copy / "params.json").chmod(0o644)
-    (copy / "params.json").write_text(json.dumps(params))
+    state_step_count(copy, 3)
 
     with pytest.raises(CheckpointDamaged, match="changed while the stage slept"):
         engine.wake()
 
 
-def warnings_of_load(make_engine: Callable[..., AcousticEngine], **settings: object) -> Sequence[dict[str, object]]:
-    """Warnings that are logged while an engine loads."""
-    with capture_logs() as logs:
-        make_engine(**settings)
-    return [log for log in logs if log["log_level"] == "warning"]
-
-
-def test_missing_step_count_is_the_only_warning_at_start(make_engine: Callable[..., AcousticEngine]) -> None:
+def test_missing_step_count_is_the_only_warning_at_start(
+    make_engine: Callable[..., AcousticEngine], events: Events
+) -> None:
     """Loading warns once that n_decoding_steps is absent, with the number used, and of nothing else: no graphs are tried on a CPU."""
-    warnings = warnings_of_load(make_engine)
+    make_engine()
 
+    warnings = [log for log in events() if log["level"] == "warning"]
     assert [(log["event"], log["used"]) for log in warnings] == [("decoding_steps_default", 7)]
 
 
-def test_stated_step_count_is_no_reason_to_warn(
-    make_engine: Callable[..., AcousticEngine], model: Path, tmp_path: Path
+def test_stated_step_count_is_used_without_a_warning(
+    make_engine: Callable[..., AcousticEngine], model: Path, tmp_path: Path, events: Events
 ) -> None:
-    """With n_decoding_steps in params.json loading warns of nothing, and the number is used."""
+    """With n_decoding_steps in params.json loading warns of nothing, and that number is in use."""
     copy = shutil.copytree(model, tmp_path / "model")
-    params = json.loads((copy / "params.json").read_text())
-    params["multimodal"]["audio_model_args"]["acoustic_transformer_args"]["n_decoding_steps"] = 4
-    (copy / "params.json").chmod(0o644)
-    (copy / "params.json").write_text(json.dumps(params))
+    state_step_count(copy, 4)
 
-    assert warnings_of_load(make_engine, model=copy) == []
+    engine = make_engine(model=copy)
+
+    assert [log for log in events() if log["level"] == "warning"] == []
+    assert len(engine._loaded_decoder().head.flow.schedule.dts) == 4
+
+
+def test_unknown_acoustic_tensors_are_skipped_with_a_warning(
+    make_engine: Callable[..., AcousticEngine], model: Path, tmp_path: Path, events: Events
+) -> None:
+    """A tensor under our prefix that no model has is named in a warning; a stored inv_freq is not worth one."""
+    copy = shutil.copytree(model, tmp_path / "model")
+    weights = copy / "consolidated.safetensors"
+    tensors = load_file(weights)
+    tensors |= {f"acoustic_transformer.{name}": torch.ones(2) for name in ("extra.weight", "time_embedding.inv_freq")}
+    weights.chmod(0o644)
+    save_file(tensors, weights)
+
+    make_engine(model=copy)
+
+    (log,) = [log for log in events() if log["event"] == "acoustic_tensors_skipped"]
+    assert (log["level"], log["count"], log["first"]) == ("warning", 1, "acoustic_transformer.extra.weight")
 
 
 @pytest.mark.parametrize(
