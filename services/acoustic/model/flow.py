@@ -41,13 +41,17 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Input of the first block for one batch; the latent and time tokens are overwritten in each step.
+    """Input of the first block for one batch. The first B rows are conditional, the others unconditional.
 
-    Axis 0 of both tensors is [conditional, unconditional].
+    The tokens of latent and time are overwritten in each step, through views that are made once.
     """
 
-    residual: torch.Tensor  # (2, B, 3, D)
-    qkv: torch.Tensor  # (2, B, 3, queries + keys + values)
+    residual: torch.Tensor  # (2B, 3, D)
+    qkv: torch.Tensor  # (2B, 3, queries + keys + values)
+    latent: torch.Tensor  # (2, B, D), view of `residual`
+    time: torch.Tensor
+    latent_qkv: torch.Tensor  # (2, B, queries + keys + values), view of `qkv`
+    time_qkv: torch.Tensor
 
 
 def time_embeddings(timesteps: torch.Tensor, dim: int) -> torch.Tensor:
@@ -93,21 +97,26 @@ class FlowMatching:
         qkv[0, :, _CONDITION] = first.qkv(rms_norm(token, first.attention_norm, self.params.norm_eps))
         if first.qkv.bias is not None:
             qkv[1, :, _CONDITION] = first.qkv.bias
-        return Condition(residual, qkv)
+        return Condition(
+            residual=residual.flatten(0, 1),
+            qkv=qkv.flatten(0, 1),
+            latent=residual[:, :, _LATENT],
+            time=residual[:, :, _TIME],
+            latent_qkv=qkv[:, :, _LATENT],
+            time_qkv=qkv[:, :, _TIME],
+        )
 
     def velocities(self, condition: Condition, step: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Velocity at x (B, A) in a step of the schedule: (conditional, unconditional), each (B, A)."""
         weights, params = self.weights, self.params
         first, *others = weights.blocks
         latent = weights.input_projection(x)  # (B, D)
-        condition.residual[:, :, _LATENT] = latent
-        condition.residual[:, :, _TIME] = self.schedule.tokens[step]
-        condition.qkv[:, :, _LATENT] = first.qkv(rms_norm(latent, first.attention_norm, params.norm_eps))
-        condition.qkv[:, :, _TIME] = self.schedule.qkv[step]
+        condition.latent.copy_(latent)
+        condition.time.copy_(self.schedule.tokens[step])
+        condition.latent_qkv.copy_(first.qkv(rms_norm(latent, first.attention_norm, params.norm_eps)))
+        condition.time_qkv.copy_(self.schedule.qkv[step])
         last = weights.blocks[-1]
-        hidden = _block(
-            first, params, condition.residual.flatten(0, 1), condition.qkv.flatten(0, 1), last=first is last
-        )
+        hidden = _block(first, params, condition.residual, condition.qkv, last=first is last)
         for block in others:
             hidden = _block(block, params, hidden, None, last=block is last)
         out = weights.velocity(rms_norm(hidden[:, _LATENT], weights.norm, params.norm_eps))  # (2B, A)
