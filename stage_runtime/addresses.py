@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import socket
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stage_runtime.config import UNIX_PATH_LIMIT, ConfigError
+from stage_runtime.file_lock import FileLock, file_id
 
 _CONNECT_TIMEOUT_S = 0.5
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*:(?=//|[^0-9])")
@@ -135,10 +135,11 @@ class SocketGuard:
     def __init__(self, address: UnixAddress) -> None:
         """Raises AddressInUse if it is taken, ConfigError if the path cannot be used."""
         self._path = address.path
-        self._lock_path = Path(f"{address.path}.lock")
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = self._acquire(address)
+            self._lock = FileLock(Path(f"{address.path}.lock"))
+        except BlockingIOError:
+            raise in_use(address) from None
         except OSError as error:
             raise ConfigError(f"address {address} cannot be listened on: {error}") from error
         self._socket_id: tuple[int, int] | None = None
@@ -150,31 +151,14 @@ class SocketGuard:
 
     def bound(self) -> None:
         """Remember the socket file that was made just now, so that `release` removes no other."""
-        self._socket_id = _file_id(self._path)
+        self._socket_id = file_id(self._path)
 
     def release(self) -> None:
         """Remove the socket file, if it is still ours, and the lock. May be called again."""
-        if self._lock is None:
-            return
-        if self._socket_id is not None and _file_id(self._path) == self._socket_id:
+        if self._socket_id is not None and file_id(self._path) == self._socket_id:
             self._path.unlink(missing_ok=True)
-        # Removed while the lock is held: whoever waits for it sees that it locked a file that is gone, and starts over.
-        self._lock_path.unlink(missing_ok=True)
-        os.close(self._lock)
-        self._lock = None
-
-    def _acquire(self, address: UnixAddress) -> int | None:
-        while True:
-            lock = os.open(self._lock_path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(lock)
-                raise in_use(address) from None
-            held = os.fstat(lock)
-            if _file_id(self._lock_path) == (held.st_dev, held.st_ino):
-                return lock
-            os.close(lock)
+        self._socket_id = None
+        self._lock.release()
 
     def _remove_stale(self, address: UnixAddress) -> None:
         try:
@@ -209,11 +193,3 @@ def socket_mode(mode: int) -> Iterator[None]:
         yield
     finally:
         os.umask(before)
-
-
-def _file_id(path: Path) -> tuple[int, int] | None:
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino

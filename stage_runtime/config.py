@@ -120,6 +120,11 @@ class StageSettings(ServerSettings):
     listen: tuple[Port, ...] | None = Field(
         None, description="one process for each, started by `omnistage up`; unset: the addresses; empty: none here"
     )
+    module: str = Field(
+        "",
+        pattern=r"^([A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?$",
+        description="Python module that `omnistage up` runs for it; empty: the one of its kind",
+    )
     model: Path | None = None
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"

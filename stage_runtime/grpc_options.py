@@ -31,13 +31,14 @@ def server_options(settings: ServerSettings) -> Options:
     ]
 
 
-def channel_options(
+def channel_options(  # noqa: PLR0913 - options by name, with defaults
     max_message_bytes: int,
     *,
     keepalive_time_s: float = 2.0,
     keepalive_timeout_s: float = 3.0,
     max_reconnect_backoff_s: float = 5.0,
     local_subchannel_pool: bool = False,
+    http_proxy: bool = False,
 ) -> Options:
     """Arguments of a channel to one of our servers.
 
@@ -47,6 +48,7 @@ def channel_options(
             within `keepalive_time_s + keepalive_timeout_s`: its calls end with UNAVAILABLE.
         keepalive_timeout_s: A ping without answer for this long means that the connection is dead.
         max_reconnect_backoff_s: Longest wait between two attempts to connect.
+        http_proxy: True: obey `http_proxy` and its like of the environment. gRPC would send even loopback traffic there.
         local_subchannel_pool: True: a connection of its own; False: shared with channels of equal target and arguments.
     """
     return [
@@ -56,6 +58,7 @@ def channel_options(
         ("grpc.initial_reconnect_backoff_ms", min(250, _ms(max_reconnect_backoff_s))),
         ("grpc.max_reconnect_backoff_ms", _ms(max_reconnect_backoff_s)),
         ("grpc.use_local_subchannel_pool", int(local_subchannel_pool)),
+        ("grpc.enable_http_proxy", int(http_proxy)),
     ]
 
 
