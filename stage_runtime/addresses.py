@@ -19,7 +19,8 @@ from stage_runtime.config import UNIX_PATH_LIMIT, ConfigError
 from stage_runtime.file_lock import FileLock, file_id
 
 _CONNECT_TIMEOUT_S = 0.5
-_SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*:(?=//|[^0-9])")
+# What gRPC knows to dial, and what people paste.
+_SCHEME = re.compile(r"^([a-z]+://|(dns|ipv4|ipv6|unix-abstract|vsock|passthrough):(?!\d+$))")
 
 
 class AddressInUse(ConfigError):

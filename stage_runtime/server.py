@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 
 from stage_runtime import addresses, logs
-from stage_runtime.addresses import AddressInUse, SocketGuard, TcpAddress, UnixAddress
+from stage_runtime.addresses import Address, AddressInUse, SocketGuard, TcpAddress, UnixAddress
 from stage_runtime.config import ConfigError, ServerSettings
 from stage_runtime.grpc_options import server_options
 from stage_runtime.health import SERVICE_NAME as HEALTH_NAME
@@ -48,8 +48,7 @@ class RunningServer:
         """
         self._health.close()
         await self._server.stop(grace_s)
-        for guard in self._guards:
-            guard.release()
+        _release(self._guards)
 
     async def wait(self) -> None:
         """Wait until the server was stopped."""
@@ -73,27 +72,23 @@ async def open_server(
     """
     if not listen:
         raise ConfigError("no address to listen on is given")
+    wanted = [addresses.parse(text) for text in listen]
+    for address in wanted:
+        if isinstance(address, TcpAddress):
+            await asyncio.to_thread(addresses.resolve, address)  # before anything is bound
+    guards: dict[UnixAddress, SocketGuard] = {}
     server = grpc.aio.server(options=server_options(settings), interceptors=[ErrorInterceptor()])
-    names = _add_services(server, settings, register, health)
-    guards: list[SocketGuard] = []
-    listening: list[str] = []
     try:
-        for text in listen:
-            match addresses.parse(text):
-                case UnixAddress() as address:
-                    guards.append(SocketGuard(address))
-                    _bind_socket(server, address, guards[-1], settings.socket_mode)
-                    listening.append(str(address))
-                case TcpAddress() as address:
-                    listening.append(str(await _bind_tcp(server, address)))
+        names = _add_services(server, settings, register, health)
+        listening = [str(await _bind(server, address, guards, settings.socket_mode)) for address in wanted]
         await server.start()
     except BaseException:
+        await server.start()  # only a server that was started gives its ports back
         await server.stop(None)
-        for guard in guards:
-            guard.release()
+        _release(guards.values())
         raise
     _log.info("listening", addresses=listening, services=names)
-    return RunningServer(server, listening, guards, health)
+    return RunningServer(server, listening, tuple(guards.values()), health)
 
 
 def _add_services(
@@ -107,13 +102,20 @@ def _add_services(
     return names
 
 
-def _bind_socket(server: grpc.aio.Server, address: UnixAddress, guard: SocketGuard, mode: int) -> None:
+async def _bind(
+    server: grpc.aio.Server, address: Address, guards: dict[UnixAddress, SocketGuard], mode: int
+) -> Address:
+    """Bind an address; where it is bound in the end."""
+    if isinstance(address, TcpAddress):
+        return await _bind_tcp(server, address)
+    guards[address] = SocketGuard(address)
     with addresses.socket_mode(mode):
         try:
             server.add_insecure_port(str(address))
         except RuntimeError as error:
             raise ConfigError(f"address {address} cannot be listened on: {error}") from error
-    guard.bound()
+    guards[address].bound()
+    return address
 
 
 async def _bind_tcp(server: grpc.aio.Server, address: TcpAddress) -> TcpAddress:
@@ -126,3 +128,8 @@ async def _bind_tcp(server: grpc.aio.Server, address: TcpAddress) -> TcpAddress:
             # It was free a moment ago.
             raise addresses.in_use(TcpAddress(address.host, port)) from error
     return TcpAddress(address.host, port)
+
+
+def _release(guards: Iterable[SocketGuard]) -> None:
+    for guard in guards:
+        guard.release()
