@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import psutil
+
 from stage_runtime.child import Child, Health, ProcessFailed, RestartPolicy, State, health_channel
 from stage_runtime.config import ConfigError, Installation
 from stage_runtime.file_lock import FileLock
@@ -215,9 +217,6 @@ def _holder(path: Path) -> int | None:
 
 def _alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    except PermissionError:
-        return True
-    return True
