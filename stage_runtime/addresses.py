@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from stage_runtime.config import UNIX_PATH_LIMIT, ConfigError
+from stage_runtime.config import ConfigError, check_socket_path
 from stage_runtime.file_lock import FileLock, file_id
 
 _CONNECT_TIMEOUT_S = 0.5
@@ -68,17 +68,6 @@ def parse(text: str) -> Address:
     if not (port.isascii() and port.isdigit() and int(port) <= 65535):
         raise ConfigError(f"address {text!r} has port {port!r}; it must be a number from 0 to 65535")
     return TcpAddress(host[1:-1] if bracketed else host, int(port))
-
-
-def check_socket_path(path: Path) -> None:
-    """Raise ConfigError if a Unix socket's path is too long, or has characters that gRPC would read differently."""
-    if "%" in str(path) or not str(path).isprintable():
-        raise ConfigError(f"socket path {str(path)!r} has '%' or an unprintable character; choose another path")
-    length = len(os.fsencode(path))
-    if length > UNIX_PATH_LIMIT:
-        raise ConfigError(
-            f"socket path {path} has {length} bytes; Unix sockets allow {UNIX_PATH_LIMIT}: choose a shorter folder"
-        )
 
 
 def resolve(address: TcpAddress) -> list[str]:

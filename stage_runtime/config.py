@@ -204,28 +204,31 @@ def load(
         raise ConfigError(f"{file}: cannot be read: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{file}: must hold a mapping of settings, not {type(tree).__name__}")
+    sources: dict[tuple[str, ...], str] = {}
     for source, name, keys, value in (
         *_from_environ(os.environ if environ is None else environ),
         *_from_flags(overrides),
     ):
         _put(tree, keys, value, f"{source} {name}")
+        sources[tuple(keys)] = f"{source} {name}"
     try:
         installation = Installation.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{file}: {describe(error)}") from error
+        raise ConfigError(f"{file}: {describe(error, sources)}") from error
     return _resolve(installation, file.resolve().parent)
 
 
-def describe(error: ValidationError) -> str:
-    """All faults of a validation error in one line each: place, fault, value."""
+def describe(error: ValidationError, sources: Mapping[tuple[str, ...], str] | None = None) -> str:
+    """All faults of a validation error in one line: place, fault, value, and where a value from outside the file is from."""
     faults = []
     for fault in error.errors():
-        place = ".".join(map(str, fault["loc"])) or "settings"
+        place = tuple(map(str, fault["loc"]))
         got = (
             "" if fault["type"] in {"missing", "extra_forbidden"} or not fault["loc"] else f" (got {fault['input']!r})"
         )
         message = "unknown key" if fault["type"] == "extra_forbidden" else fault["msg"]
-        faults.append(f"{place}: {message}{got}")
+        source = next((f" [{name}]" for keys, name in (sources or {}).items() if place[: len(keys)] == keys), "")
+        faults.append(f"{'.'.join(place) or 'settings'}: {message}{got}{source}")
     return "; ".join(faults)
 
 
@@ -273,19 +276,26 @@ def _put(tree: dict[str, Any], keys: Sequence[str], value: Any, source: str) -> 
     node[keys[-1]] = value
 
 
+def check_socket_path(path: Path) -> None:
+    """Raise ConfigError if a Unix socket's path is too long, or has characters that gRPC would read differently."""
+    if "%" in str(path) or not str(path).isprintable():
+        raise ConfigError(f"socket path {str(path)!r} has '%' or an unprintable character; choose another path")
+    length = len(os.fsencode(path))
+    if length > UNIX_PATH_LIMIT:
+        raise ConfigError(
+            f"socket path {path} has {length} bytes; Unix sockets allow {UNIX_PATH_LIMIT}: choose a shorter folder"
+        )
+
+
 def _resolve(installation: Installation, base: Path) -> Installation:
     def address(text: str) -> str:
-        path = text.removeprefix("unix:")
-        if path == text:
+        if not text.startswith("unix:"):
             return text
-        path = path.removeprefix("//")
-        absolute = str(base / path)
-        if len(absolute.encode()) > UNIX_PATH_LIMIT:
-            raise ConfigError(
-                f"socket path {absolute} has {len(absolute.encode())} bytes; Unix sockets allow {UNIX_PATH_LIMIT}: "
-                "choose a shorter folder"
-            )
-        return f"unix:{absolute}"
+        if text.rstrip("/") == "unix:":
+            raise ConfigError(f"address {text!r} names no socket; write unix:/path/to/socket")
+        path = base / text.removeprefix("unix:").removeprefix("//")
+        check_socket_path(path)
+        return f"unix:{path}"
 
     stages = {
         name: stage.model_copy(
