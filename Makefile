@@ -17,7 +17,8 @@ RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 # The virtual environment's interpreter if there is one, else the one to make it with.
 INTERPRETER = $(or $(wildcard $(BIN)/python),$(PYTHON))
-BENCHMARKS := $(filter-out common,$(basename $(notdir $(wildcard benchmarks/*.py))))
+# The programs in benchmarks/, as opposed to the modules that they share.
+BENCHMARKS := $(basename $(notdir $(shell grep -l '^if __name__ == "__main__":' benchmarks/*.py)))
 
 MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
