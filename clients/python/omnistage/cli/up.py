@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -79,7 +80,13 @@ async def _run(
     console = Console()
     display: _Display = _Table(console, supervisor.plans) if console.is_terminal else _Lines(supervisor.plans)
     supervisor.on_change = display.changed
-    with Shutdown(at_second=supervisor.kill) as shutdown, display:
+
+    def kill() -> None:
+        supervisor.kill()
+        if console.is_terminal:
+            os.write(sys.stdout.fileno(), b"\x1b[?25h")  # show the cursor again, which the table hides
+
+    with Shutdown(at_second=kill) as shutdown, display:
         try:
             async with supervisor:
                 took_s = await _unless(shutdown, supervisor.ready(ready_timeout_s))
