@@ -16,13 +16,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
+# The pip that is installed first also pins what packages are built with.
+PINS = ["--constraint", "constraints.txt"]
+BUILD_PINS = ["--build-constraint", "constraints.txt"]
 STEPS = {
     "runtime": [
         # The pip that comes with Python may be older than dependency groups (25.1).
         ("pip", ["--upgrade", "pip>=25.1"]),
-        ("omnistage with its stages (PyTorch is large: this may take minutes)", ["--editable", ".[stages]"]),
+        (
+            "omnistage with its stages (PyTorch is large: this may take minutes)",
+            [*BUILD_PINS, "--editable", ".[stages]"],
+        ),
     ],
-    "dev": [("the tools for tests and checks", ["--group", "dev"])],
+    "dev": [("the tools for tests and checks", [*BUILD_PINS, "--group", "dev"])],
 }
 HEARTBEAT_S = 10.0
 
@@ -59,7 +65,7 @@ def main() -> None:
         venv.create(VENV, clear=True, with_pip=True)
     for title, arguments in STEPS[what]:
         print(f"==> installing {title}", flush=True)
-        run_visibly([PYTHON, "-m", "pip", "install", "--constraint", "constraints.txt", *arguments])
+        run_visibly([PYTHON, "-m", "pip", "install", *PINS, *arguments])
 
 
 if __name__ == "__main__":
