@@ -133,10 +133,11 @@ def _create(process: _Process) -> Engine[Any]:
 
 async def _load(engine: EngineThread, shutdown: Shutdown) -> StageDescription | None:
     """Wait for the engine; None if the process is told to stop before. Raises what loading raised."""
-    loading = asyncio.ensure_future(asyncio.wrap_future(engine.loaded))
-    stopping = asyncio.ensure_future(shutdown.wait())
+    loading: asyncio.Future[StageDescription] = asyncio.wrap_future(engine.loaded)
+    stopping: asyncio.Future[None] = asyncio.ensure_future(shutdown.wait())
+    both: list[asyncio.Future[Any]] = [loading, stopping]
     try:
-        await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         return loading.result() if loading.done() else None
     finally:
         loading.cancel()

@@ -13,7 +13,7 @@ from typing import Any
 import grpc.aio
 
 from omnistage.v1 import speech_pb2, speech_pb2_grpc
-from services.router import audio
+from services.router.audio import check_encoding, encode, encode_chunk
 from services.router.audio_pipe import AudioPipe
 from services.router.pipelines.speech import Audio, SpeechJob, SpeechOutcome, speak
 from services.router.requests import Ticket
@@ -71,7 +71,7 @@ class SpeechServicer(speech_pb2_grpc.SpeechServiceServicer):
         self, request: speech_pb2.SynthesizeRequest, context: Context
     ) -> speech_pb2.SynthesizeResponse:
         """See speech.proto."""
-        encoding = audio.check_encoding(request.encoding or Encoding.AUDIO_ENCODING_WAV, stream=False)
+        encoding = check_encoding(request.encoding or Encoding.AUDIO_ENCODING_WAV, stream=False)
         async with self._admit(request.input, context) as admitted:
             parts: list[bytes] = []
 
@@ -81,7 +81,7 @@ class SpeechServicer(speech_pb2_grpc.SpeechServiceServicer):
             outcome = await speak(admitted.job, admitted.pipeline.stages(), _nothing, emit)
             admitted.ticket.reached = "being encoded"
             rate = admitted.sample_rate_hz
-            encoded = await asyncio.to_thread(lambda: audio.encode(b"".join(parts), encoding, rate))
+            encoded = await asyncio.to_thread(lambda: encode(b"".join(parts), encoding, rate))
             return speech_pb2.SynthesizeResponse(
                 audio=encoded, encoding=encoding, sample_rate_hz=rate, result=admitted.result(outcome)
             )
@@ -90,7 +90,7 @@ class SpeechServicer(speech_pb2_grpc.SpeechServiceServicer):
         self, request: speech_pb2.StreamSynthesizeRequest, context: Context
     ) -> None:
         """See speech.proto."""
-        encoding = audio.check_encoding(request.encoding or Encoding.AUDIO_ENCODING_PCM_S16LE, stream=True)
+        encoding = check_encoding(request.encoding or Encoding.AUDIO_ENCODING_PCM_S16LE, stream=True)
         async with self._admit(request.input, context) as admitted:
             settings = admitted.pipeline.settings
             pipe = AudioPipe(settings.stream_buffer_chunks, settings.client_stall_s)
@@ -98,7 +98,7 @@ class SpeechServicer(speech_pb2_grpc.SpeechServiceServicer):
                 group.create_task(_produce(admitted, pipe, _Sender(context, encoding, admitted)))
                 first = True
                 async for piece in pipe:
-                    data = audio.encode_chunk(piece.pcm, encoding, admitted.sample_rate_hz, first=first)
+                    data = encode_chunk(piece.pcm, encoding, admitted.sample_rate_hz, first=first)
                     chunk = speech_pb2.AudioChunk(
                         audio=data, sample_offset=piece.sample_offset, sample_count=piece.sample_count
                     )
