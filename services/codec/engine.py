@@ -113,9 +113,7 @@ class CodecEngine:
             if facts.bad_frame is not None:
                 errors[place] = StageProtocolError(describe_bad_codes(rows, facts.bad_frame, params))
                 continue
-            context = works[place].context_count
-            # Without a new frame nothing is decoded.
-            windows.append(Window(rows[: facts.frames if facts.frames > context else 0], context))
+            windows.append(Window(rows[: facts.frames], works[place].context_count))
         waves = decode_windows(self._loaded_decoder(), windows, self._batching)
         # The only wait for the device: all samples in one copy.
         samples = torch.cat(waves) if waves else torch.empty(0)
