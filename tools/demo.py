@@ -11,7 +11,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -118,4 +117,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
