@@ -61,7 +61,8 @@ class Client:
 
     def close(self) -> None:
         """Close the connection; calls in flight fail. The client connects anew if it is used again."""
-        if self._channel is not None and self._pid == os.getpid():
+        self._leave_inherited()
+        if self._channel is not None:
             self._channel.close()
         self._channel = None
 
@@ -112,13 +113,17 @@ class Client:
 
     def _open(self) -> grpc.Channel:
         forks.check()
-        if self._channel is not None and self._pid != os.getpid():
-            self._inherited.append(self._channel)
-            self._channel = None
+        self._leave_inherited()
         if self._channel is None:
             self._pid = os.getpid()
             self._channel = grpc.insecure_channel(self.address, options=open_options(self.address))
         return self._channel
+
+    def _leave_inherited(self) -> None:
+        """In a forked child: forget the channel of the parent, but keep it."""
+        if self._channel is not None and self._pid != os.getpid():
+            self._inherited.append(self._channel)
+            self._channel = None
 
     def _call(self, call: UnaryCall[R, T], timeout_s: float | None) -> T:
         method = self._open().unary_unary(
