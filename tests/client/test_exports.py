@@ -37,8 +37,8 @@ def test_every_error_class_can_be_imported_from_the_client() -> None:
 
 def test_unknown_names_are_attribute_errors() -> None:
     """A name that the package does not have is refused as any module would."""
-    with pytest.raises(AttributeError, match="no attribute 'Clinet'"):
-        _ = omnistage.Clinet
+    with pytest.raises(AttributeError, match="no attribute 'NoSuchName'"):
+        _ = omnistage.NoSuchName
 
 
 def test_the_stubs_do_not_load_the_client() -> None:
