@@ -47,11 +47,7 @@ def check_address(address: str) -> str:
     if address.startswith("unix:"):
         if address.removeprefix("unix:").strip("/"):
             return address
-    elif address.startswith(_SCHEMES):
-        places = address.partition(":")[2].rpartition("/")[2].split(",")
-        if all(map(_is_host_port, places)):
-            return address
-    elif _is_host_port(address):
+    elif all(map(_is_host_port, _places(address))):
         return address
     raise ValueError(
         f"server address {address!r} is none of host:port, [ipv6]:port, unix:/path/to/socket and dns:///name:port"
@@ -65,20 +61,17 @@ def open_options(address: str) -> list[tuple[str, int | str]]:
     that the server asks for. A stream that began is thus never repeated, and a repeated synthesis has the same seed: calls.py sends
     one always.
     """
-    options: list[tuple[str, int | str]] = [
+    return [
         *channel_options(
             MAX_MESSAGE_BYTES,
             keepalive_time_s=KEEPALIVE_TIME_S,
             keepalive_timeout_s=KEEPALIVE_TIMEOUT_S,
             # a forked child must not share the connection of its parent
             local_subchannel_pool=True,
+            http_proxy=not _is_loopback(address),
         ),
         ("grpc.service_config", _SERVICE_CONFIG),
     ]
-    if _is_loopback(address):
-        # gRPC would send even these through the proxy that the environment names
-        options.append(("grpc.enable_http_proxy", 0))
-    return options
 
 
 def error_of(failure: grpc.RpcError, address: str) -> OmnistageError:
@@ -133,16 +126,26 @@ def _retry_policy() -> str:
 _SERVICE_CONFIG: Final = _retry_policy()
 
 
+def _places(address: str) -> list[str]:
+    """What an address has after its scheme, which it may be without, at its commas."""
+    if address.startswith(_SCHEMES):
+        return address.partition(":")[2].rpartition("/")[2].split(",")
+    return [address]
+
+
 def _is_host_port(text: str) -> bool:
     match = _HOST_PORT.fullmatch(text)
     return match is not None and 0 < int(match["port"]) < 2**16
 
 
 def _is_loopback(address: str) -> bool:
-    match = _HOST_PORT.fullmatch(address)
-    if match is None:
-        return False
-    host = match["host"].strip("[]")
+    """Whether an address leads to this machine only."""
+    if address.startswith("unix:"):
+        return True
+    return all(map(_is_loopback_host, (place.rpartition(":")[0].strip("[]") for place in _places(address))))
+
+
+def _is_loopback_host(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
