@@ -28,6 +28,7 @@ TAIL_LINES = 20
 _HEALTH_TIMEOUT_S = 2.0
 _POLL_STARTING_S = 0.1
 _POLL_SERVING_S = 1.0
+_SILENT_POLLS = 3
 _TAIL_BYTES = 16_384
 _MESSAGE_BYTES = 2**20
 
@@ -39,6 +40,7 @@ class State(enum.Enum):
     LOADING = "loading"  # it answers NOT_SERVING
     SERVING = "serving"
     NOT_SERVING = "not serving"  # it served before: it is asleep, or draining
+    SILENT = "not answering"  # it runs, and answered before
     RESTARTING = "restarting"  # it crashed and will be started again
     STOPPING = "stopping"
     STOPPED = "stopped"
@@ -179,17 +181,18 @@ class Child:
 
     async def _watch(self) -> None:
         """Follow the health of the process, and keep its log from growing without bound."""
-        served = False
+        served, silent = False, 0
         async with health_channel(self.plan.address) as ask:
-            while True:
+            while not self._stopping.is_set():
                 health = await ask("")
-                serving = health is Health.SERVING
-                served = served or serving
-                if not self._stopping.is_set():
-                    if serving:
-                        self._change(State.SERVING)
-                    elif health is Health.NOT_SERVING:
-                        self._change(State.NOT_SERVING if served else State.LOADING)
+                served = served or health is Health.SERVING
+                silent = silent + 1 if health is Health.NO_ANSWER else 0
+                if health is Health.SERVING:
+                    self._change(State.SERVING)
+                elif health is Health.NOT_SERVING:
+                    self._change(State.NOT_SERVING if served else State.LOADING)
+                elif silent >= _SILENT_POLLS and self.state is not State.STARTING:
+                    self._change(State.SILENT)
                 if served:
                     await asyncio.to_thread(rotate_if_large, self.log)
                 await asyncio.sleep(_POLL_SERVING_S if served else _POLL_STARTING_S)

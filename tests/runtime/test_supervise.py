@@ -242,6 +242,23 @@ async def test_a_killed_process_is_started_again(write) -> None:
         assert "it was killed by SIGKILL; again in 0.05 s" in details
 
 
+async def test_a_process_that_stopped_answering_is_shown_as_such(write, monkeypatch) -> None:
+    """It counts as not ready until it answers again."""
+    monkeypatch.setattr(child_module, "_HEALTH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(child_module, "_POLL_SERVING_S", 0.1)
+    async with supervisor(write()) as system:
+        await system.ready(20)
+        (child,) = system.children
+
+        os.kill(child.pid, signal.SIGSTOP)
+        await until(lambda: child.state is State.SILENT)
+        with pytest.raises(NotReady, match="thinker is not answering"):
+            await system.ready(0.1)
+        os.kill(child.pid, signal.SIGCONT)
+
+        await system.ready(20)
+
+
 async def test_a_process_that_keeps_crashing_is_given_up(write) -> None:
     """After five crashes; the error names process, exit code and log, and shows what it wrote last."""
     async with supervisor(write({"exit_code": 7})) as system:

@@ -37,7 +37,8 @@ async def serve(listen, settings, behave):
         if "exit_code" in behave:
             await asyncio.sleep(behave.get("after_s", 0))
             sys.stderr.write(f"ending with {behave['exit_code']}\n")
-            sys.exit(behave["exit_code"])
+            await server.stop(0)  # gRPC crashes when the interpreter ends with a running server
+            return behave["exit_code"]
         await asyncio.wait([stop], timeout=behave.get("load_s", 0))
         health.set("", serving=True)
         if behave.get("deaf"):
@@ -45,6 +46,7 @@ async def serve(listen, settings, behave):
         await stop
         await asyncio.sleep(behave.get("stop_s", 0))
         await server.stop(0)
+        return 0
 
 
 parser = argparse.ArgumentParser()
@@ -66,4 +68,4 @@ if stage.engine.get("busy"):
 if stage.engine.get("helper"):
     helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     sys.stderr.write(f"helper {helper.pid}\n")
-asyncio.run(serve(options.listen, stage, stage.engine))
+sys.exit(asyncio.run(serve(options.listen, stage, stage.engine)))

@@ -31,6 +31,7 @@ _STYLES = {
     State.LOADING: "yellow",
     State.SERVING: "green",
     State.NOT_SERVING: "yellow",
+    State.SILENT: "red",
     State.RESTARTING: "red",
     State.STOPPING: "yellow",
     State.STOPPED: "dim",
@@ -157,7 +158,7 @@ class _Lines:
         pass
 
     def changed(self, child: Child) -> None:
-        click.echo(f"{child.plan.name:<{self._width}}  {child.state.value:<11}  {_detail(child)}".rstrip())
+        click.echo(f"{child.plan.name:<{self._width}}  {child.state.value:<13}  {_detail(child)}".rstrip())
 
     def say(self, text: str) -> None:
         click.echo(text)
