@@ -59,7 +59,11 @@ class _Pools:
         return found
 
     def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:  # noqa: N802
-        found: FileDescriptor = self._first(lambda pool: pool.FindFileContainingSymbol(symbol))
+        try:
+            found: FileDescriptor = self._first(lambda pool: pool.FindFileContainingSymbol(symbol))
+        except KeyError:
+            # protobuf's pools do not count methods as symbols, but `grpcurl describe` asks for them
+            found = self._first(lambda pool: pool.FindMethodByName(symbol)).containing_service.file
         return found
 
     def FindMessageTypeByName(self, name: str) -> Any:  # noqa: N802

@@ -293,13 +293,15 @@ async def test_reflection_lists_every_service_and_resolves_each(version: str) ->
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 async def test_reflection_knows_messages_files_and_what_it_does_not_know(version: str) -> None:
-    """Messages of services and of error details are found, by symbol and by file; anything else is NOT_FOUND."""
+    """Methods, messages of services and of error details are found, by symbol and by file; anything else is NOT_FOUND."""
     server = await serve_here("127.0.0.1:0")
     requests = [
+        by_symbol("omnistage.v1.SpeechService.Synthesize"),
         by_symbol("omnistage.v1.SpeechInput"),
         by_symbol("google.rpc.ErrorInfo"),
         reflection_pb2.ServerReflectionRequest(file_by_filename=speech_pb2.DESCRIPTOR.name),
         reflection_pb2.ServerReflectionRequest(all_extension_numbers_of_type="omnistage.v1.SpeechInput"),
+        by_symbol("omnistage.v1.SpeechService.Nonsense"),
         by_symbol("omnistage.v1.Nonsense"),
         reflection_pb2.ServerReflectionRequest(file_by_filename="nonsense.proto"),
         reflection_pb2.ServerReflectionRequest(),
@@ -310,7 +312,7 @@ async def test_reflection_knows_messages_files_and_what_it_does_not_know(version
 
     codes = [each.error_response.error_code for each in found]
     not_found, invalid = grpc.StatusCode.NOT_FOUND.value[0], grpc.StatusCode.INVALID_ARGUMENT.value[0]
-    assert codes == [0, 0, 0, 0, not_found, not_found, invalid]
+    assert codes == [0, 0, 0, 0, 0, not_found, not_found, not_found, invalid]
 
 
 async def test_reflection_can_be_switched_off() -> None:
