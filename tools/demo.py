@@ -79,15 +79,15 @@ async def run(text: str, out: Path) -> None:
             ready_s = await system.ready(READY_TIMEOUT_S)
             tell(f"ready after {ready_s:.1f} s; saying {text!r}")
             clip, first_audio_s = await speak(installation.router.listen[0], text, out)
-    report(clip, first_audio_s, ready_s, out)
+    report(text, clip, first_audio_s, ready_s, out)
 
 
-def report(clip: Clip, first_audio_s: float, ready_s: float, out: Path) -> None:
+def report(text: str, clip: Clip, first_audio_s: float, ready_s: float, out: Path) -> None:
     """Write out/demo.json and show the most important of it."""
     result = clip.result
     audio_s = result.usage.sample_count / clip.sample_rate_hz
     facts = {
-        "text": SENTENCE,
+        "text": text,
         "result": asdict(result),
         "audio_seconds": audio_s,
         "real_time_factor": result.timings.total_s / audio_s,

@@ -163,12 +163,13 @@ class StagePool:
         settings = self._context.lane
         backoff_s = settings.backoff_initial_s
         while True:
+            lost_before = replica.lost_count
             try:
                 await self._serve(replica)
             except (grpc.aio.AioRpcError, OmnistageError, LaneLost, Misfit, TimeoutError) as error:
-                if replica.state == State.REPLICA_STATE_UP:
-                    backoff_s = settings.backoff_initial_s
                 self._down(replica, error)
+                if replica.lost_count > lost_before:
+                    backoff_s = settings.backoff_initial_s
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311  # jitter, no secret
             backoff_s = min(backoff_s * 2, settings.backoff_max_s)
 
@@ -192,6 +193,9 @@ class StagePool:
             self._context.on_change()
             try:
                 await lane.run()
+            except LaneLost as error:
+                self._down(replica, error)  # at once: closing the channel takes its time
+                raise
             finally:
                 replica.lane = None
                 self._context.on_change()
