@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from google.protobuf.json_format import MessageToDict
@@ -14,13 +15,14 @@ from pydantic import Field
 from stage_runtime.config import Settings
 from stage_runtime.engine import Admission, CannotAdmitNow, Next, StageDescription, StageRequest, StepResult, Work
 from stage_runtime.errors import FieldViolation, InvalidRequest
-from stage_runtime.tensors import DType, TensorSpec, rows_from_numpy
+from stage_runtime.tensors import DType, TensorSpec, concatenate, rows_from_numpy
 
 
 class ToySettings(Settings):
     """Settings of a ToyEngine."""
 
     width: int = Field(4, ge=1, description="elements of a row")
+    dtype: Literal["F32", "BF16"] = Field("F32", description="BF16 rows are echoed as they are; lock step only")
     capacity: int = Field(4, ge=1)
     room: int = Field(1_000_000, ge=1, description="states it admits; below capacity it shows how requests wait")
     step_s: float = Field(0.0, ge=0, description="how long a step takes")
@@ -76,8 +78,8 @@ class ToyEngine:
             model="toy",
             fingerprint="0",
             capacity=self.settings.capacity,
-            inputs=(TensorSpec("in", DType.F32, spec),),
-            outputs=(TensorSpec("out", DType.F32, spec),),
+            inputs=(TensorSpec("in", DType[self.settings.dtype], spec),),
+            outputs=(TensorSpec("out", DType[self.settings.dtype], spec),),
         )
 
     def admit(self, request: StageRequest) -> Admission[ToyState]:
@@ -109,12 +111,15 @@ class ToyEngine:
         rows = np.empty((len(works), self.settings.width), np.float32)
         then = []
         for row, work in zip(rows, works, strict=True):
-            row[:] = work.inputs["in"].numpy()[0] + 1 if work.state.params.lock_step else work.index
+            if self.settings.dtype == "F32":
+                row[:] = work.inputs["in"].numpy()[0] + 1 if work.state.params.lock_step else work.index
             if work.state.params.nan_at == work.index:
                 row[0] = np.nan
             work.state.done += 1
             last = work.state.done == work.state.params.outputs
             then.append(Next.DONE if last else Next.WAIT if work.state.params.lock_step else Next.RUN)
+        if self.settings.dtype == "BF16":
+            return StepResult(then, {"out": concatenate([work.inputs["in"] for work in works])})
         return StepResult(then, {"out": rows_from_numpy(rows)})
 
     def release(self, state: ToyState) -> None:
