@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
@@ -48,20 +49,34 @@ def seconds(message: Duration) -> float:
     return message.seconds + message.nanos / 1e9
 
 
-def step_messages(
-    ids: Sequence[int], indices: Sequence[int], tensors: Mapping[str, Rows], contexts: Sequence[int] = ()
-) -> list[stage_pb2.Step]:
-    """One Step for all rows, or several with disjoint ids where one would exceed STEP_BYTES."""
-    if sum(len(rows.data) for rows in tensors.values()) <= STEP_BYTES or len(ids) == 1:
-        packed = [rows.to_proto(name) for name, rows in tensors.items()]
-        return [stage_pb2.Step(ids=ids, indices=indices, tensors=packed, context_counts=contexts)]
-    half = len(ids) // 2
-    messages = []
-    for places in (range(half), range(half, len(ids))):
-        part = {name: rows.take(places, len(ids)) for name, rows in tensors.items()}
-        chosen = slice(places.start, places.stop)
-        messages += step_messages(ids[chosen], indices[chosen], part, contexts[chosen])
-    return messages
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """What one Step message carries."""
+
+    ids: Sequence[int]
+    indices: Sequence[int]
+    tensors: Mapping[str, Rows]
+    contexts: Sequence[int] = ()
+
+    def split(self) -> list[StepPart]:
+        """This part, or several with disjoint ids where one would exceed STEP_BYTES."""
+        if sum(len(rows.data) for rows in self.tensors.values()) <= STEP_BYTES or len(self.ids) == 1:
+            return [self]
+        half = len(self.ids) // 2
+        parts: list[StepPart] = []
+        for places in (range(half), range(half, len(self.ids))):
+            tensors = {name: rows.take(places, len(self.ids)) for name, rows in self.tensors.items()}
+            chosen = slice(places.start, places.stop)
+            parts += StepPart(self.ids[chosen], self.indices[chosen], tensors, self.contexts[chosen]).split()
+        return parts
+
+    def write_to(self, step: stage_pb2.Step) -> None:
+        """Fill an empty message, which may be a field of another: a message put into another is copied, rows and all."""
+        step.ids.extend(self.ids)
+        step.indices.extend(self.indices)
+        step.context_counts.extend(self.contexts)
+        for name, rows in self.tensors.items():
+            rows.write_to(step.tensors.add(), name)
 
 
 class Outbox(Generic[M]):

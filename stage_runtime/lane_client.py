@@ -351,7 +351,7 @@ class Lane:
 
     def _take(self) -> list[stage_pb2.RunRequest]:
         messages = [stage_pb2.RunRequest(submit=submit) for submit in self._submits]
-        messages += [stage_pb2.RunRequest(step=step) for step in _steps(self._rows)]
+        messages += _steps(self._rows)
         messages += [
             stage_pb2.RunRequest(credit=stage_pb2.Credit(ids=ids, step_count=steps))
             for steps, ids in self._credits.items()
@@ -429,9 +429,9 @@ class Lane:
                 raise LaneLost(f"its engine stood still for {self._settings.engine_stall_s:g} s with work to do")
 
 
-def _steps(rows: Sequence[_InputRow]) -> list[stage_pb2.Step]:
+def _steps(rows: Sequence[_InputRow]) -> list[stage_pb2.RunRequest]:
     """Rows as few Step messages as can be: one, unless a request has two rows."""
-    messages: list[stage_pb2.Step] = []
+    messages: list[stage_pb2.RunRequest] = []
     rest = list(rows)
     while rest:
         batch: dict[int, _InputRow] = {}
@@ -444,9 +444,13 @@ def _steps(rows: Sequence[_InputRow]) -> list[stage_pb2.Step]:
         chosen = list(batch.values())
         tensors = {name: concatenate([row.tensors[name] for row in chosen]) for name in chosen[0].tensors}
         contexts = [row.context_count for row in chosen]
-        messages += lane.step_messages(
+        step = lane.StepPart(
             [row.id for row in chosen], [row.index for row in chosen], tensors, contexts if any(contexts) else ()
         )
+        for part in step.split():
+            message = stage_pb2.RunRequest()
+            part.write_to(message.step)
+            messages.append(message)
         rest = later
     return messages
 

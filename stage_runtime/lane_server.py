@@ -317,12 +317,15 @@ def _render(event: Event, by_lane: dict[int, list[stage_pb2.RunResponse]]) -> No
             numbers = [key.lane for key in event.keys]
             for number in dict.fromkeys(numbers):
                 places = [place for place, owner in enumerate(numbers) if owner == number]
-                steps = lane.step_messages(
+                step = lane.StepPart(
                     [event.keys[place].id for place in places],
                     [event.indices[place] for place in places],
                     {name: rows.take(places, len(numbers)) for name, rows in event.tensors.items()},
                 )
-                by_lane[number] += [stage_pb2.RunResponse(step=step) for step in steps]
+                for part in step.split():
+                    response = stage_pb2.RunResponse()
+                    part.write_to(response.step)
+                    by_lane[number].append(response)
         case Accepted(key=key):
             accepted = stage_pb2.Accepted(
                 id=key.id, text_token_count=event.text_token_count, prompt_token_count=event.prompt_token_count

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic
+from typing import Generic, NamedTuple
 
 from stage_runtime.engine import CannotAdmitNow, Engine, Next, S, StageRequest, StepResult, Work
 from stage_runtime.errors import (
@@ -35,9 +35,8 @@ MAX_WAITING_INPUTS = 64
 QUEUE_RETRY_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    """A request: the lane it came by and its id there."""
+class Key(NamedTuple):
+    """A request: the lane it came by and its id there. A tuple, as it is hashed for every row of every step."""
 
     lane: int
     id: int

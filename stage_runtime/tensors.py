@@ -117,10 +117,17 @@ class Rows:
 
     def to_proto(self, name: str) -> stage_pb2.PackedTensor:
         """These rows as a message (copies the data)."""
-        data = self.data if isinstance(self.data, bytes) else bytes(self.data)
-        return stage_pb2.PackedTensor(
-            name=name, dtype=self.dtype.wire, row_shape=self.row_shape, row_counts=self.row_counts or (), data=data
-        )
+        message = stage_pb2.PackedTensor()
+        self.write_to(message, name)
+        return message
+
+    def write_to(self, message: stage_pb2.PackedTensor, name: str) -> None:
+        """Fill an empty message (copies the data once)."""
+        message.name = name
+        message.dtype = self.dtype.wire
+        message.row_shape.extend(self.row_shape)
+        message.row_counts.extend(self.row_counts or ())
+        message.data = self.data if isinstance(self.data, bytes) else bytes(self.data)
 
 
 def rows_from_numpy(array: npt.NDArray[np.generic], *, row_counts: Sequence[int] | None = None) -> Rows:
