@@ -40,7 +40,7 @@ METHOD = "/bench.Echo/Run"
 def echo_handler() -> grpc.GenericRpcHandler:
     """A bidirectional stream that sends back what it gets."""
 
-    async def run(_: Any, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+    async def run(_: Any, context: Any) -> None:
         while (message := await context.read()) is not grpc.aio.EOF:
             await context.write(message)
 
@@ -50,9 +50,9 @@ def echo_handler() -> grpc.GenericRpcHandler:
 def relay_handler(target: str) -> grpc.GenericRpcHandler:
     """A bidirectional stream that passes messages on to `target` and back."""
 
-    async def run(_: Any, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+    async def run(_: Any, context: Any) -> None:
         async with grpc.aio.insecure_channel(target, options=channel_options(MESSAGE_BYTES)) as channel:
-            onward = channel.stream_stream(METHOD)()
+            onward: Any = channel.stream_stream(METHOD)()
             while (message := await context.read()) is not grpc.aio.EOF:
                 await onward.write(message)
                 await context.write(await onward.read())
@@ -156,7 +156,7 @@ async def measure(folder: Path) -> None:
         calls = [lane.call(CallRequest(f"r{number}", params)) for number in range(ROWS)]
         await asyncio.gather(*(call.wait_accepted() for call in calls))
         await relay_channel.channel_ready()
-        stream = relay_channel.stream_stream(METHOD)()
+        stream: Any = relay_channel.stream_stream(METHOD)()
         ours: list[float] = []
         plain: list[float] = []
         await lane_round(calls, WARM_UP)
