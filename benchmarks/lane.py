@@ -92,7 +92,7 @@ async def open_lane(channel: grpc.aio.Channel, address: str) -> Lane:
     for _ in range(200):
         try:
             await lane.connect()
-        except Exception:  # noqa: BLE001  # not up yet; the last try tells
+        except (grpc.aio.AioRpcError, TimeoutError):  # not up yet; the last try tells
             await asyncio.sleep(0.1)
         else:
             return lane
